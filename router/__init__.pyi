@@ -36,9 +36,13 @@ from .placement import Placement as Placement
 from .plan import UNITS_PER_RANK as UNITS_PER_RANK
 from .plan import CapacityPlan as CapacityPlan
 from .plan import StragglerBalancer as StragglerBalancer
+from .plan import plan_for as plan_for
+from .plan import speed_test as speed_test
+from .relative_speed import Numbers as Numbers
 from .relative_speed import RelativeSpeeds as RelativeSpeeds
 from .relative_speed import Shift as Shift
 from .relative_speed import SpeedTest as SpeedTest
+from .relative_speed import in_groups as in_groups
 from .routing import Routing as Routing
 from .routing import Scored as Scored
 from .routing_top_k import TopK as TopK

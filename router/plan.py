@@ -113,11 +113,14 @@ class StragglerBalancer:
                 means those of this group.
         """
         measured = self.measured.after(rows, seconds, speed_test(config, ranks))
-        if not measured.shifts:
-            return StragglerBalancer(measured, self.plan)
-        shares = bounded_shares(measured.levels, config.floor, config.ceiling)
-        units = largest_remainder(UNITS_PER_RANK * len(shares), shares)
-        return StragglerBalancer(measured, CapacityPlan(tuple(units)))
+        plan = plan_for(measured.levels, config) if measured.shifts else self.plan
+        return StragglerBalancer(measured, plan)
+
+
+def plan_for(levels: Sequence[float], config: StragglerAwareConfig) -> CapacityPlan:
+    """The plan of a group whose ranks have these speeds."""
+    shares = bounded_shares(levels, config.floor, config.ceiling)
+    return CapacityPlan(tuple(largest_remainder(UNITS_PER_RANK * len(shares), shares)))
 
 
 def speed_test(config: StragglerAwareConfig, ranks: int = 0) -> SpeedTest:

@@ -29,8 +29,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
+from router.speed_windows import SpeedWindows
+
+T = TypeVar("T")
+Numbers = Sequence[float] | Tensor
 RULES = ((8, 8), (16, 12), (32, 24), (64, 48))
 """(n, q): at least q of the last n residuals are beyond the threshold. The first rule finds a large
 change in 8 steps, the last rule finds a change of one and a half times the noise."""
@@ -40,9 +47,7 @@ SPIKES = 0.05
 _UNIT = 10_000
 """Logarithms are kept as whole numbers of 1/_UNIT. Rounding hides last bits in which the logarithms
 of two processors may differ, and whole numbers are short in a checkpoint."""
-_MOST = max(n for n, _ in RULES)
-_BITS = (1 << _MOST) - 1
-_WINDOWS = tuple(((1 << n) - 1, q) for n, q in RULES)
+_LENGTHS, _LEAST_COUNTS = zip(*RULES, strict=True)
 _NORMAL = NormalDist()
 _MAD = _NORMAL.inv_cdf(0.75)
 """The median absolute deviation of a normal variable with standard deviation 1."""
@@ -76,7 +81,7 @@ class Shift:
     """A change of a rank's speed that the test has found."""
 
     rank: int
-    """The index in the group."""
+    """The index among the ranks of all groups."""
     steps: int
     """The measured steps since the change."""
     z: float
@@ -92,74 +97,66 @@ class RankSpeed(NamedTuple):
     """The measured steps since ``level`` holds, at most the length of ``recent``."""
     recent: tuple[int, ...] = ()
     """log(seconds / work) - common of the last steps, in 1/_UNIT."""
-    above: int = 0
-    """A bit for each of the last ``steps`` steps, the newest lowest: whether the residual is above
-    0."""
-    below: int = 0
-    """As ``above``, for residuals below 0."""
-
-    def seen(self, value: int) -> RankSpeed:
-        """With one more step."""
-        recent = (*self.recent, value)[-_MOST:]
-        return RankSpeed(
-            self.level,
-            min(self.steps + 1, len(recent)),
-            recent,
-            (self.above << 1 | (value > self.level)) & _BITS,
-            (self.below << 1 | (value < self.level)) & _BITS,
-        )
-
-    def at(self, level: int, steps: int) -> RankSpeed:
-        """With another level, which holds for the last ``steps`` steps."""
-        rank = RankSpeed(level, 0, self.recent[: len(self.recent) - steps])
-        for value in self.recent[len(self.recent) - steps :]:
-            rank = rank.seen(value)
-        return rank
 
     @property
     def residuals(self) -> list[int]:
         """The residuals since ``level`` holds."""
         return [value - self.level for value in self.recent[len(self.recent) - self.steps :]]
 
-    @property
-    def is_one_sided(self) -> bool:
-        """Whether so many residuals are on one side of 0 that a rule can apply. Most steps of most
-        ranks end here, which keeps the test cheap on many ranks."""
-        above, below = self.above, self.below
-        for bits, q in _WINDOWS:
-            if (above & bits).bit_count() >= q or (below & bits).bit_count() >= q:
-                return True
-        return False
+
+def in_groups(of_ranks: Sequence[T], groups: int) -> list[Sequence[T]]:
+    """What each rank has, group by group."""
+    size = len(of_ranks) // groups
+    return [of_ranks[i : i + size] for i in range(0, len(of_ranks), size)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RelativeSpeeds:
-    """The speeds of a group's ranks relative to each other."""
+    """The speeds of ranks relative to the other ranks of their group; groups are equally large."""
 
-    ranks: tuple[RankSpeed, ...]
-    ignored: int = 0
-    """The warm-up steps so far; a checkpoint does not keep this number, because every process warms
-    up."""
+    windows: SpeedWindows
+    ignored_G: Tensor
+    """int64: the warm-up steps of each group so far; a checkpoint does not keep these numbers,
+    because every process warms up."""
     shifts: tuple[Shift, ...] = ()
     """What the last step has changed."""
 
     @staticmethod
-    def start(ranks: int) -> RelativeSpeeds:
-        """Equal speeds, before any measurement."""
-        return RelativeSpeeds((RankSpeed(),) * ranks)
+    def start(ranks: int, groups: int = 1) -> RelativeSpeeds:
+        """Equal speeds of so many ranks in all groups, before any measurement."""
+        return _speeds_of([RankSpeed()] * ranks, groups)
 
     @staticmethod
-    def of_shares(shares: Sequence[float]) -> RelativeSpeeds:
-        """Speeds that are known from shares of work only, before any measurement."""
-        logs = [round(-math.log(share) * _UNIT) for share in shares]
-        middle = round(median(logs))
-        return RelativeSpeeds(tuple(RankSpeed(level=each - middle) for each in logs))
+    def of_shares(*shares: Sequence[float]) -> RelativeSpeeds:
+        """Speeds that are known from each group's shares of work only, before any measurement."""
+        ranks: list[RankSpeed] = []
+        for of_group in shares:
+            logs = [round(-math.log(share) * _UNIT) for share in of_group]
+            middle = round(median(logs))
+            ranks += [RankSpeed(level=each - middle) for each in logs]
+        return _speeds_of(ranks, len(shares))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RelativeSpeeds):
+            return NotImplemented
+        mine, others = ((x.state(), x.ignored_G.tolist(), x.shifts) for x in (self, other))
+        return mine == others
+
+    @property
+    def ranks(self) -> tuple[RankSpeed, ...]:
+        """What is known of each rank."""
+        return tuple(map(self.rank, range(len(self.windows.level_R))))
+
+    def rank(self, index: int) -> RankSpeed:
+        """What is known of one rank."""
+        w = self.windows
+        return RankSpeed(int(w.level_R[index]), int(w.steps_R[index]), w.recent_of(index))
 
     @property
     def levels(self) -> list[float]:
         """For each rank the factor of the last change: 1 for an ordinary rank, 0.5 for a rank with
         half the speed."""
-        return [math.exp(-rank.level / _UNIT) for rank in self.ranks]
+        return [math.exp(-level / _UNIT) for level in self.windows.level_R.tolist()]
 
     @property
     def current(self) -> list[float | None]:
@@ -175,14 +172,12 @@ class RelativeSpeeds:
         return [[rank.level, rank.steps, list(rank.recent)] for rank in self.ranks]
 
     @staticmethod
-    def load(state: Sequence[Sequence[Any]]) -> RelativeSpeeds:
+    def load(state: Sequence[Sequence[Any]], groups: int = 1) -> RelativeSpeeds:
         """What :meth:`state` returned; the warm-up begins anew."""
-        ranks = (RankSpeed(recent=tuple(recent)).at(level, steps) for level, steps, recent in state)
-        return RelativeSpeeds(tuple(ranks))
+        ranks = [RankSpeed(level, steps, tuple(recent)) for level, steps, recent in state]
+        return _speeds_of(ranks, groups)
 
-    def after(
-        self, work: Sequence[float], seconds: Sequence[float], test: SpeedTest
-    ) -> RelativeSpeeds:
+    def after(self, work: Numbers, seconds: Numbers, test: SpeedTest) -> RelativeSpeeds:
         """The speeds after a step; ``shifts`` says which ranks have changed.
 
         Args:
@@ -190,59 +185,66 @@ class RelativeSpeeds:
             seconds: what each rank took for the work, waiting for other ranks excluded.
             test: what counts as a change.
         """
-        logs = [_log(n, s) for n, s in zip(work, seconds, strict=True)]
-        known = [x - r.level for x, r in zip(logs, self.ranks, strict=True) if x is not None]
-        if not known:
-            return replace(self, shifts=())
-        if self.ignored < test.warmup_steps:
-            return replace(self, ignored=self.ignored + 1, shifts=())
-        common = round(median(known))
-        ranks = [
-            rank if x is None else rank.seen(x - common)
-            for x, rank in zip(logs, self.ranks, strict=True)
-        ]
+        logs_R, measured_R = _logs(work, seconds)
+        windows, G = self.windows, len(self.ignored_G)
+        shape = (G, len(logs_R) // G)
+        measured_Gn = measured_R.view(shape)
+        common_G, any_G = _medians((logs_R - windows.level_R).view(shape), measured_Gn)
+        warm_G = self.ignored_G >= test.warmup_steps
+        ignored_G = self.ignored_G + (any_G & ~warm_G)
+        measured_R = (measured_Gn & warm_G.unsqueeze(1)).flatten()
+        if not bool(measured_R.any()):
+            return replace(self, ignored_G=ignored_G, shifts=())
+        if windows.least != test.least:
+            windows = windows.with_least(test.least)
+        values_R = (logs_R.view(shape) - common_G.unsqueeze(1)).flatten()
+        windows = windows.seen(values_R, measured_R)
         # A rank without a measurement in this step was tested when its last residual came.
-        tested = [i for i, x in enumerate(logs) if x is not None]
-        return replace(self, ranks=tuple(ranks), shifts=())._with_shifts(tested, test)
+        far_R = windows.far_ones(_LEAST_COUNTS) & measured_R
+        speeds = replace(self, windows=windows, ignored_G=ignored_G, shifts=())
+        return speeds._with_shifts(far_R.nonzero().squeeze(1).tolist(), test)
 
     def _with_shifts(self, tested: Sequence[int], test: SpeedTest) -> RelativeSpeeds:
-        sides = test.false_alarm_rate / (2 * (test.ranks or len(self.ranks)))
-        certain = self._shifts(tested, thresholds(sides), test)
+        size = len(self.windows.level_R) // len(self.ignored_G)
+        sides = test.false_alarm_rate / (2 * (test.ranks or size))
+        certain = {s.rank // size for s in self._shifts(tested, thresholds(sides), test)}
         if not certain:
             return self
         # Ranks of one node slow down together. All of them take part in one new plan.
-        shifts = self._shifts(tested, thresholds(_COMPANION_RATE / 2), test)
-        ranks = list(self.ranks)
+        near = [rank for rank in tested if rank // size in certain]
+        shifts = self._shifts(near, thresholds(_COMPANION_RATE / 2), test)
+        levels = []
         for shift in shifts:
-            rank = ranks[shift.rank]
-            level = round(median(rank.recent[-shift.steps :]))
-            if abs(level) < test.least / 2:
-                level = 0  # a rank that has recovered is exactly as fast as the others again
-            ranks[shift.rank] = rank.at(level, shift.steps)
-        return replace(self, ranks=tuple(ranks), shifts=tuple(shifts))
+            level = round(median(self.windows.recent_of(shift.rank)[-shift.steps :]))
+            # A rank that has recovered is exactly as fast as the others again.
+            levels.append(0 if abs(level) < test.least / 2 else level)
+        index, steps = [shift.rank for shift in shifts], [shift.steps for shift in shifts]
+        return replace(self, windows=self.windows.at(index, levels, steps), shifts=tuple(shifts))
 
     def _shifts(
         self, tested: Sequence[int], limits: Sequence[float], test: SpeedTest
     ) -> list[Shift]:
-        found, group_noise = [], None
+        found, noises = [], dict[int, float]()
+        size = len(self.windows.level_R) // len(self.ignored_G)
         for i in tested:
-            if not self.ranks[i].is_one_sided:
-                continue
-            residuals = self.ranks[i].residuals
+            rank = self.rank(i)
+            residuals = rank.residuals
             extremes = [
                 _extreme(residuals[-n:], q, test.least) if len(residuals) >= n else 0
                 for n, q in RULES
             ]
             if not any(extremes):
                 continue
-            own, steps = noise(self.ranks[i]), len(self.ranks[i].recent)
+            own, steps = noise(rank), len(rank.recent)
             # The group's noise takes time to compute, and cannot make the noise smaller than this.
             least = math.sqrt(steps / (steps + _PRIOR_STEPS)) * own * _caution(steps)
             if not any(abs(x) > a * least for x, a in zip(extremes, limits, strict=True)):
                 continue
-            if group_noise is None:
-                group_noise = median(noise(rank) for rank in self.ranks if rank.recent)
-            square = steps * own**2 + _PRIOR_STEPS * group_noise**2
+            group = i // size
+            if group not in noises:
+                others = map(self.rank, range(group * size, (group + 1) * size))
+                noises[group] = median(noise(other) for other in others if other.recent)
+            square = steps * own**2 + _PRIOR_STEPS * noises[group] ** 2
             sigma = math.sqrt(square / (steps + _PRIOR_STEPS)) * _caution(steps)
             if any(abs(x) > a * sigma for x, a in zip(extremes, limits, strict=True)):
                 found.append(Shift(i, *_since(residuals, sigma)))
@@ -289,11 +291,31 @@ def _tail(n: int, q: int, p: float) -> float:
     return math.fsum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(q, n + 1))
 
 
-def _log(work: float, seconds: float) -> int | None:
-    """log(seconds / work) in 1/_UNIT; None without a measurement."""
-    if not (work > 0 and seconds > 0 and math.isfinite(work) and math.isfinite(seconds)):
-        return None
-    return round((math.log(seconds) - math.log(work)) * _UNIT)
+def _logs(work: Numbers, seconds: Numbers) -> tuple[Tensor, Tensor]:
+    """[R] log(seconds / work) in 1/_UNIT, and [R] whether there is a measurement."""
+    work_R, seconds_R = (torch.as_tensor(x, dtype=torch.float64) for x in (work, seconds))
+    measured_R = (work_R > 0) & (seconds_R > 0) & work_R.isfinite() & seconds_R.isfinite()
+    logs_R = seconds_R.where(measured_R, 1.0).log() - work_R.where(measured_R, 1.0).log()
+    return (logs_R * _UNIT).round().long(), measured_R
+
+
+def _medians(numbers_Gn: Tensor, real_Gn: Tensor) -> tuple[Tensor, Tensor]:
+    """[G] the median of each group's real numbers, rounded to an even number in doubt, and whether
+    the group has any."""
+    last = torch.iinfo(torch.int64).max
+    sorted_Gn = numbers_Gn.masked_fill(~real_Gn, last).sort(1).values
+    counts_G1 = real_Gn.sum(1, keepdim=True)
+    middle_G2 = torch.cat([(counts_G1 - 1).clamp_min(0) // 2, counts_G1 // 2], 1)
+    middle_G2 = sorted_Gn.gather(1, middle_G2.clamp_max(sorted_Gn.shape[1] - 1))
+    any_G = counts_G1.squeeze(1) > 0
+    middle_G2 = middle_G2.masked_fill(~any_G.unsqueeze(1), 0)
+    return (middle_G2.sum(1).double() / 2).round().long(), any_G
+
+
+def _speeds_of(ranks: Sequence[RankSpeed], groups: int) -> RelativeSpeeds:
+    levels, steps, recent = zip(*ranks, strict=True)
+    windows = SpeedWindows.of(levels, steps, recent, _LENGTHS)
+    return RelativeSpeeds(windows, torch.zeros(groups, dtype=torch.int64))
 
 
 def _extreme(residuals: Sequence[int], q: int, least: float) -> int:

@@ -59,7 +59,7 @@ class Report:
     """Whether a replica waits to be taken in."""
 
 
-_FIELDS = tuple(each.name for each in fields(Report))
+_FIELDS = tuple(entry.name for entry in fields(Report))
 
 
 class Reports(Sequence[Report]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from statistics import NormalDist, mean
 from unittest import mock
@@ -17,6 +18,7 @@ from bench.straggler_simulation import NOISES, follow, healthy_changes
 from router import RelativeSpeeds, SpeedTest, StragglerAwareConfig, StragglerBalancer
 from router.plan import UNITS_PER_RANK
 from router.relative_speed import RULES, noise, thresholds
+from tests.router.plain_relative_speed import PlainSpeeds
 
 CONFIG = StragglerAwareConfig()
 AT_ONCE = SpeedTest(warmup_steps=0)
@@ -227,3 +229,32 @@ def test_speeds_that_are_known_from_a_plan_are_corrected_by_measurements():
     for _ in range(20):
         speeds = speeds.after([1.0, 1.0], [1.0, 1.0], AT_ONCE)
     assert speeds.levels == [1.0, 1.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.02, 0.1, 0.4]), st.sampled_from([0.0, 0.05, 0.3]),
+    st.sampled_from([0.02, 0.1]),
+)  # fmt: skip
+def test_groups_in_arrays_find_what_a_loop_over_ranks_finds(
+    groups, size, seed, scale, missing, least
+):
+    draw, test = random.Random(seed), SpeedTest(min_change=least, false_alarm_rate=0.01)
+    plain = [PlainSpeeds.start(size) for _ in range(groups)]
+    arrays = RelativeSpeeds.start(size * groups, groups)
+    slow = [1.0] * (size * groups)
+    for step in range(90):
+        if step % 30 == 20:
+            slow[draw.randrange(len(slow))] = draw.choice([0.5, 1.0, 1.2, 2.0])
+        seconds = [draw.gauss(1.0, scale) * factor for factor in slow]
+        work = [0.0 if draw.random() < missing else draw.choice([1.0, 3.0]) for _ in slow]
+        seconds = [s * max(w, 1.0) for s, w in zip(seconds, work, strict=True)]
+        arrays = arrays.after(work, seconds, test)
+        for i, group in enumerate(plain):
+            part = slice(i * size, (i + 1) * size)
+            plain[i] = group.after(work[part], seconds[part], test)
+        shifts = [replace(s, rank=s.rank + i * size) for i, g in enumerate(plain) for s in g.shifts]
+        assert list(arrays.shifts) == shifts
+        ranks = [(r.level, r.steps, r.recent) for group in plain for r in group.ranks]
+        assert [tuple(rank) for rank in arrays.ranks] == ranks

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pretrain.errors import InputError
 from pretrain.observe import CapacityPlanned, StepCommitted, read_log
 from pretrain.parts.capacity.rule import CapacityBalance
@@ -44,7 +46,9 @@ class CapacityPart(Part):
     def after(self, facts: StepFacts) -> Wish | None:
         """Wish for new plans where a rank's experts have changed their speed."""
         column = facts.reports.column
-        rows, seconds = column("expert_rows").tolist(), column("expert_seconds").tolist()
+        rows, seconds = (
+            torch.from_numpy(column(name)) for name in ("expert_rows", "expert_seconds")
+        )
         if not self.balance.after(facts.step, rows, seconds):
             return None
         self.context.publish(

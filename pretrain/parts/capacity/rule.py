@@ -12,11 +12,14 @@ from pretrain.errors import InputError
 from router import (
     UNITS_PER_RANK,
     CapacityPlan,
+    Numbers,
     RelativeSpeeds,
     StragglerAwareCapacity,
     StragglerAwareConfig,
-    StragglerBalancer,
     TopKRouter,
+    in_groups,
+    plan_for,
+    speed_test,
 )
 
 Plans = list[list[int]]
@@ -33,7 +36,9 @@ class CapacityBalance:
     def __init__(self, config: StragglerAwareConfig, topology: Topology) -> None:
         self.config, self.ranks_per_group = config, topology.ep
         groups = topology.world // topology.ep
-        self.groups = [StragglerBalancer.start(topology.ep) for _ in range(groups)]
+        self.measured = RelativeSpeeds.start(topology.world, groups)
+        """Speeds in assignments per second of expert compute."""
+        self.in_force = [CapacityPlan.equal(topology.ep)] * groups
         self.recorded: Mapping[int, Plans] | None = None
         """Plans to take in the place of measured ones, by the step after which they hold."""
 
@@ -60,26 +65,25 @@ class CapacityBalance:
     @property
     def plans(self) -> Plans:
         """The plans in force."""
-        return [list(group.plan.units) for group in self.groups]
+        return [list(plan.units) for plan in self.in_force]
 
     @property
     def shares(self) -> list[float]:
         """For each rank of the run, its planned work over the mean of its expert group."""
-        return [share for group in self.groups for share in group.plan.shares]
+        return [share for plan in self.in_force for share in plan.shares]
 
     @property
     def relative_speeds(self) -> list[float]:
         """For each rank of the run, the median expert speed of its last 8 steps over the mean of
         its expert group; 1.0 for a rank without a measurement."""
         speeds = []
-        for group in self.groups:
-            found = group.speeds
+        for found in in_groups(self.measured.current, len(self.in_force)):
             known = [s for s in found if s is not None]
             mean = sum(known) / len(known) if known else 1.0
             speeds += [1.0 if s is None else s / mean for s in found]
         return speeds
 
-    def after(self, step: int, rows: Sequence[float], seconds: Sequence[float]) -> bool:
+    def after(self, step: int, rows: Numbers, seconds: Numbers) -> bool:
         """Take in what each rank's experts did in a committed step, in rank order.
 
         Args:
@@ -90,38 +94,38 @@ class CapacityBalance:
         Returns:
             Whether plans change from here on.
         """
-        before, n = self.plans, self.ranks_per_group
-        world = n * len(self.groups)
-        self.groups = [
-            group.after(
-                rows[i * n : (i + 1) * n],
-                seconds[i * n : (i + 1) * n],
-                self.config,
-                world,
-            )
-            for i, group in enumerate(self.groups)
-        ]
+        before, n = self.in_force, self.ranks_per_group
+        test = speed_test(self.config, n * len(before))
+        self.measured = self.measured.after(rows, seconds, test)
+        changed = {shift.rank // n for shift in self.measured.shifts}
+        if changed:
+            levels = in_groups(self.measured.levels, len(before))
+            self.in_force = [
+                plan_for(levels[i], self.config) if i in changed else plan
+                for i, plan in enumerate(before)
+            ]
         if self.recorded is not None:
-            self.set_plans(self.recorded.get(step, before))
-        return self.plans != before
+            units = self.recorded.get(step)
+            self.in_force = before
+            if units is not None:
+                self.set_plans(units)
+        return self.in_force != before
 
     def set_plans(self, plans: Plans) -> None:
         """Let these plans hold from the next step on."""
-        self.groups = [
-            StragglerBalancer(group.measured, CapacityPlan(tuple(units)))
-            for group, units in zip(self.groups, plans, strict=True)
-        ]
+        self.in_force = [CapacityPlan(tuple(units)) for units in plans]
 
     def apply(self, routers: Sequence[TopKRouter], rank: int) -> None:
         """Give this rank's routers the plan of this rank's expert group."""
-        plan = self.groups[rank // self.ranks_per_group].plan
+        plan = self.in_force[rank // self.ranks_per_group]
         for router in routers:
             assert isinstance(router.capacity, StragglerAwareCapacity)
             router.capacity.plan = plan
 
     def state(self) -> dict[str, Any]:
         """Measured speeds and plans as plain JSON, for a checkpoint."""
-        return {"measured": [group.measured.state() for group in self.groups], "plans": self.plans}
+        measured = in_groups(self.measured.state(), len(self.in_force))
+        return {"measured": measured, "plans": self.plans}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned; the checkpoint must have this run's topology.
@@ -130,11 +134,9 @@ class CapacityBalance:
         Its plans hold until new measurements say otherwise.
         """
         self.set_plans(state["plans"])
+        groups = len(self.in_force)
         if "measured" in state:
-            measured = [RelativeSpeeds.load(group) for group in state["measured"]]
+            ranks = [rank for group in state["measured"] for rank in group]
+            self.measured = RelativeSpeeds.load(ranks, groups)
         else:
-            measured = [RelativeSpeeds.of_shares(group.plan.shares) for group in self.groups]
-        self.groups = [
-            StragglerBalancer(speeds, group.plan)
-            for speeds, group in zip(measured, self.groups, strict=True)
-        ]
+            self.measured = RelativeSpeeds.of_shares(*(plan.shares for plan in self.in_force))

@@ -15,11 +15,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
 from parallel import Topology
 from pretrain.parts.stragglers.config import StragglersConfig
-from router import RelativeSpeeds, Shift, SpeedTest
+from router import RelativeSpeeds, Shift, SpeedTest, in_groups
 
 GAIN_STEPS = 8
 """The steps before an answer, and after it, whose median times are compared."""
@@ -77,7 +78,7 @@ class Stragglers:
         self.config, self.topology = config, topology
         self.token_flops, self.row_flops = token_flops, row_flops
         self.per_stage = topology.world // topology.pp
-        self.groups = [RelativeSpeeds.start(self.per_stage) for _ in range(topology.pp)]
+        self.measured = RelativeSpeeds.start(topology.world, topology.pp)
         self.slow: dict[int, Straggler] = {}
         """By rank."""
         self.division_speeds: tuple[float, ...] | None = None
@@ -103,7 +104,7 @@ class Stragglers:
 
     @property
     def _levels(self) -> list[float]:
-        return [level for group in self.groups for level in group.levels]
+        return self.measured.levels
 
     def work(self, tokens: ArrayLike, rows: ArrayLike) -> np.ndarray:
         """FLOPs of each rank in a step, up to a factor that the ranks of a stage share.
@@ -128,13 +129,9 @@ class Stragglers:
             rows: as in :meth:`work`.
             seconds: each rank's seconds of the step, waiting in collectives excluded.
         """
-        work, own = self.work(tokens, rows).tolist(), np.asarray(seconds).tolist()
-        n = self.per_stage
-        shifts: dict[int, Shift] = {}
-        for stage, group in enumerate(self.groups):
-            part = slice(stage * n, (stage + 1) * n)
-            self.groups[stage] = group.after(work[part], own[part], self.test)
-            shifts |= {stage * n + shift.rank: shift for shift in self.groups[stage].shifts}
+        work, own = map(torch.from_numpy, (self.work(tokens, rows), np.asarray(seconds)))
+        self.measured = self.measured.after(work, own, self.test)
+        shifts = {shift.rank: shift for shift in self.measured.shifts}
         before = self.slow
         if shifts:
             self.slow = self._slow_ranks(step, shifts)
@@ -169,14 +166,17 @@ class Stragglers:
     def state(self) -> dict[str, Any]:
         """Speeds, slow ranks and division as plain JSON, for a checkpoint."""
         return {
-            "measured": [group.state() for group in self.groups],
+            "measured": in_groups(self.measured.state(), self.topology.pp),
             "slow": [asdict(one) for one in self.slow.values()],
             "division_speeds": self.division_speeds and list(self.division_speeds),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned; the checkpoint must have this run's topology."""
-        self.groups = [RelativeSpeeds.load(group) for group in state["measured"]]
+        stages = state["measured"]
+        self.measured = RelativeSpeeds.load(
+            [rank for stage in stages for rank in stage], len(stages)
+        )
         self.slow = {one["rank"]: Straggler(**one) for one in state["slow"]}
         speeds = state["division_speeds"]
         self.division_speeds = None if speeds is None else tuple(speeds)
