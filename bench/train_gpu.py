@@ -120,6 +120,8 @@ def main() -> int:
     peak = peak_flops_per_second(device, torch.bfloat16 if cuda else torch.float32)
     rows = []
     for way in WAYS:
+        if args.quick and way.compiled:
+            continue  # compiling takes a minute, and Triton
         name = f"{way.recompute}, {way.sequences} sequences{', compiled' if way.compiled else ''}"
         try:
             times, flops = steps(way, model, device, 3 if args.quick else args.samples)
