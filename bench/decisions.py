@@ -44,8 +44,8 @@ def some_reports(world: int, generator: torch.Generator) -> Reports:
         "expert_seconds": 0.2 + noise / 4, "bad_layer": -1,
     }  # fmt: skip
     rows = torch.zeros(world, len(fields(Report)), dtype=torch.float64)
-    for place, entry in enumerate(fields(Report)):
-        rows[:, place] = values.get(entry.name, 0)
+    for column, entry in enumerate(fields(Report)):
+        rows[:, column] = values.get(entry.name, 0)
     return Reports(rows.numpy())
 
 

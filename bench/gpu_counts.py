@@ -35,11 +35,10 @@ QUICK = {"d_model": 128, "d_ff": 64, "num_experts": 16, "top_k": 4}
 
 def layer_of(options: dict[str, Any], sizes: dict[str, int], tokens: int) -> tuple[MoELayer, Any]:
     """A layer of a case on the device, and its input."""
-    options = dict(options)
-    dtype = getattr(torch, options.pop("dtype", "bfloat16"))
     torch.manual_seed(0)
-    layer = MoELayer(MoEConfig(**(sizes | options))).to("cuda", dtype)
-    return layer, torch.randn(tokens, sizes["d_model"], device="cuda").to(dtype).requires_grad_()
+    layer = MoELayer(MoEConfig(**(sizes | options))).to("cuda", torch.bfloat16)
+    x = torch.randn(tokens, sizes["d_model"], device="cuda").bfloat16()
+    return layer, x.requires_grad_()
 
 
 def counted(act: Callable[[], Any]) -> tuple[Any, Counter[str], float]:

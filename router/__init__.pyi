@@ -9,6 +9,7 @@ from .capacity import CapacityPolicy as CapacityPolicy
 from .capacity_dropless import Dropless as Dropless
 from .capacity_fixed import FixedCapacity as FixedCapacity
 from .capacity_straggler_aware import StragglerAwareCapacity as StragglerAwareCapacity
+from .compiler import constant_in_graphs as constant_in_graphs
 from .config import LEAST_ROWS as LEAST_ROWS
 from .config import BalancingTraits as BalancingTraits
 from .config import CapacityConfig as CapacityConfig

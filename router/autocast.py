@@ -6,14 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from router.compiler import constant_in_graphs
 
+
+# The compiler of torch 2.11 stops at this function of C++.
+@constant_in_graphs
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
-
-
-# torch.compiler.assume_constant_result does no more, but loads the compiler. Without this line the
-# compiler of torch 2.11 stops at the function of C++.
-_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -145,12 +145,17 @@ class RelativeSpeeds:
     @property
     def ranks(self) -> tuple[RankSpeed, ...]:
         """What is known of each rank."""
-        return tuple(map(self.rank, range(len(self.windows.level_R))))
+        return tuple(self._some(range(len(self.windows.level_R))))
 
-    def rank(self, index: int) -> RankSpeed:
-        """What is known of one rank."""
-        w = self.windows
-        return RankSpeed(int(w.level_R[index]), int(w.steps_R[index]), w.recent_of(index))
+    def _some(self, ranks: Sequence[int]) -> list[RankSpeed]:
+        w, index = self.windows, torch.tensor(ranks, dtype=torch.int64)
+        known = w.level_R[index].tolist(), w.steps_R[index].tolist(), w.recent_of(ranks)
+        return [RankSpeed(*values) for values in zip(*known, strict=True)]
+
+    @property
+    def _size(self) -> int:
+        """The ranks of a group."""
+        return len(self.windows.level_R) // len(self.ignored_G)
 
     @property
     def levels(self) -> list[float]:
@@ -186,8 +191,7 @@ class RelativeSpeeds:
             test: what counts as a change.
         """
         logs_R, measured_R = _logs(work, seconds)
-        windows, G = self.windows, len(self.ignored_G)
-        shape = (G, len(logs_R) // G)
+        windows, shape = self.windows, (len(self.ignored_G), self._size)
         measured_Gn = measured_R.view(shape)
         common_G, any_G = _medians((logs_R - windows.level_R).view(shape), measured_Gn)
         warm_G = self.ignored_G >= test.warmup_steps
@@ -205,7 +209,7 @@ class RelativeSpeeds:
         return speeds._with_shifts(far_R.nonzero().squeeze(1).tolist(), test)
 
     def _with_shifts(self, tested: Sequence[int], test: SpeedTest) -> RelativeSpeeds:
-        size = len(self.windows.level_R) // len(self.ignored_G)
+        size = self._size
         sides = test.false_alarm_rate / (2 * (test.ranks or size))
         certain = {s.rank // size for s in self._shifts(tested, thresholds(sides), test)}
         if not certain:
@@ -213,21 +217,19 @@ class RelativeSpeeds:
         # Ranks of one node slow down together. All of them take part in one new plan.
         near = [rank for rank in tested if rank // size in certain]
         shifts = self._shifts(near, thresholds(_COMPANION_RATE / 2), test)
+        index, steps = [shift.rank for shift in shifts], [shift.steps for shift in shifts]
         levels = []
-        for shift in shifts:
-            level = round(median(self.windows.recent_of(shift.rank)[-shift.steps :]))
+        for recent, count in zip(self.windows.recent_of(index), steps, strict=True):
+            level = round(median(recent[-count:]))
             # A rank that has recovered is exactly as fast as the others again.
             levels.append(0 if abs(level) < test.least / 2 else level)
-        index, steps = [shift.rank for shift in shifts], [shift.steps for shift in shifts]
         return replace(self, windows=self.windows.at(index, levels, steps), shifts=tuple(shifts))
 
     def _shifts(
         self, tested: Sequence[int], limits: Sequence[float], test: SpeedTest
     ) -> list[Shift]:
-        found, noises = [], dict[int, float]()
-        size = len(self.windows.level_R) // len(self.ignored_G)
-        for i in tested:
-            rank = self.rank(i)
+        shifts, noises, size = [], dict[int, float](), self._size
+        for i, rank in zip(tested, self._some(tested), strict=True):
             residuals = rank.residuals
             extremes = [
                 _extreme(residuals[-n:], q, test.least) if len(residuals) >= n else 0
@@ -242,13 +244,13 @@ class RelativeSpeeds:
                 continue
             group = i // size
             if group not in noises:
-                others = map(self.rank, range(group * size, (group + 1) * size))
+                others = self._some(range(group * size, (group + 1) * size))
                 noises[group] = median(noise(other) for other in others if other.recent)
             square = steps * own**2 + _PRIOR_STEPS * noises[group] ** 2
             sigma = math.sqrt(square / (steps + _PRIOR_STEPS)) * _caution(steps)
             if any(abs(x) > a * sigma for x, a in zip(extremes, limits, strict=True)):
-                found.append(Shift(i, *_since(residuals, sigma)))
-        return found
+                shifts.append(Shift(i, *_since(residuals, sigma)))
+        return shifts
 
 
 def noise(rank: RankSpeed) -> float:

@@ -41,8 +41,10 @@ class SpeedWindows(NamedTuple):
     ) -> SpeedWindows:
         """Of numbers of each rank; ``recent`` has the newest value last."""
         kept, most = [len(values) for values in recent], max(lengths)
-        padded = [[0] * (most - len(values)) + list(values) for values in recent]
-        rows = torch.tensor(padded, dtype=torch.int32).view(len(padded), most).t().contiguous()
+        rows = torch.zeros(most, len(kept), dtype=torch.int32)
+        if measured := [rank for rank, count in enumerate(kept) if count]:
+            padded = [[0] * (most - kept[rank]) + list(recent[rank]) for rank in measured]
+            rows[:, measured] = torch.tensor(padded, dtype=torch.int32).t()
         windows = SpeedWindows(
             level_R=torch.tensor(levels),
             steps_R=torch.tensor(steps),
@@ -85,7 +87,7 @@ class SpeedWindows(NamedTuple):
         )
         level_R = self.level_R.index_copy(0, index, new_levels)
         steps_R = self.steps_R.index_copy(0, index, new_steps)
-        rows = torch.stack([row[index] for row in self.rows])
+        rows = self._rows_of(index)
         counts = _counts(rows, level_R[index], steps_R[index], self.lengths, self.least)
         beyond_SWR = self.beyond_SWR.index_copy(2, index, counts)
         return self._replace(level_R=level_R, steps_R=steps_R, beyond_SWR=beyond_SWR)
@@ -98,9 +100,14 @@ class SpeedWindows(NamedTuple):
         one_sided, far = self.beyond_SWR[:2] >= needed_W1, self.beyond_SWR[2:] >= halves_W1
         return (one_sided & far).flatten(0, 1).any(0)
 
-    def recent_of(self, rank: int) -> tuple[int, ...]:
-        """The values of one rank, the newest last."""
-        return tuple(int(row[rank]) for row in self.rows[len(self.rows) - int(self.kept_R[rank]) :])
+    def recent_of(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """The values of some ranks, the newest last."""
+        index = torch.tensor(ranks, dtype=torch.int64)
+        values, kept = self._rows_of(index).t().tolist(), self.kept_R[index].tolist()
+        return [tuple(v[len(v) - count :]) for v, count in zip(values, kept, strict=True)]
+
+    def _rows_of(self, index: Tensor) -> Tensor:
+        return torch.stack([row[index] for row in self.rows])
 
 
 def _sides(residuals: Tensor, least: float) -> Tensor:

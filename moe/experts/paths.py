@@ -25,6 +25,7 @@ from moe.float8 import Float8Tally, Product, float8_matmul
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
 from moe.rows import has_kernel as rows_have_kernel
 from parallel.apply import PutGrad, WeightGradStore
+from router import constant_in_graphs
 
 ExpertsFn = Callable[[Rows, ExpertWeights, str], Tensor]
 """(rows, weights, activation) -> [S, D]: for each row the sum over its assignments of weight ·
@@ -328,6 +329,7 @@ PATHS: dict[str, ExpertsFn] = {
 }
 
 
+@constant_in_graphs
 def has_grouped_kernel() -> bool:
     """Whether torch's grouped product on CUDA is one kernel on this device.
 
@@ -338,10 +340,6 @@ def has_grouped_kernel() -> bool:
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_properties().major in (9, 10)
-
-
-# torch.compiler.assume_constant_result does no more, but loads the compiler.
-has_grouped_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_backend(

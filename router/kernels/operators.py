@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from router.compiler import constant_in_graphs
+
 LAUNCHES: dict[str, int] = {}
 """By the name of an operator, ``convoy::take_rows``: how many kernels a call with rows launches."""
 LAUNCHERS: dict[str, Callable[..., Any]] = {}
@@ -29,16 +31,13 @@ def available(device_type: str) -> bool:
     return device_type == "cuda" and _has_triton()
 
 
+@constant_in_graphs
 @cache
 def _has_triton() -> bool:
     # The kernels are compiled by tests for NVIDIA's devices alone, and bfloat16 begins with 8.0.
     if torch.version.hip is not None or find_spec("triton") is None:
         return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-
-# torch.compiler.assume_constant_result does no more, but loads the compiler.
-_has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def on_its_device(launch: Callable[..., Any], *args: Any) -> Any:

@@ -77,10 +77,10 @@ class CapacityBalance:
         """For each rank of the run, the median expert speed of its last 8 steps over the mean of
         its expert group; 1.0 for a rank without a measurement."""
         speeds = []
-        for found in in_groups(self.measured.current, len(self.in_force)):
-            known = [s for s in found if s is not None]
+        for of_group in in_groups(self.measured.current, len(self.in_force)):
+            known = [s for s in of_group if s is not None]
             mean = sum(known) / len(known) if known else 1.0
-            speeds += [1.0 if s is None else s / mean for s in found]
+            speeds += [1.0 if s is None else s / mean for s in of_group]
         return speeds
 
     def after(self, step: int, rows: Numbers, seconds: Numbers) -> bool:

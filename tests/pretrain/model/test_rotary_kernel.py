@@ -30,9 +30,9 @@ def both(compute):
     """What plain operations give, and what the kernel gives."""
     plain = compute()
     with kernels.in_use() as calls:
-        found = compute()
+        fused = compute()
     assert calls["rotate"] > 0
-    return plain, found
+    return plain, fused
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -58,8 +58,8 @@ def test_the_kernel_has_the_bits_of_plain_operations(interleaved, size, heads, c
 
 def test_numbers_apart_in_memory_and_turns_of_other_positions():
     by, x = some_turns(6, 5), torch.randn(1, 2, 5, 12)[..., ::2]
-    plain, found = both(lambda: rotate(x, by))
-    assert torch.equal(plain, found)
+    plain, fused = both(lambda: rotate(x, by))
+    assert torch.equal(plain, fused)
     with kernels.in_use(), pytest.raises(AssertionError, match="a turn for each position"):
         rotate(torch.randn(1, 2, 9, 6), by)
 
@@ -67,11 +67,11 @@ def test_numbers_apart_in_memory_and_turns_of_other_positions():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_of_precision_are_rounded_once(dtype):
     by, x = some_turns(16, 9), torch.randn(3, 2, 9, 24).to(dtype)
-    plain, found = both(lambda: rotate_head(x, by))
-    assert found.dtype == dtype
+    plain, fused = both(lambda: rotate_head(x, by))
+    assert fused.dtype == dtype
     # The interpreter rounds to bfloat16 towards 0, a device to nearest.
     tolerance = 0.0 if kernels.ON_DEVICE or dtype == torch.float16 else 2**-7
-    torch.testing.assert_close(found, plain, rtol=tolerance, atol=0)
+    torch.testing.assert_close(fused, plain, rtol=tolerance, atol=0)
 
 
 def test_the_gradient_has_a_gradient():
@@ -82,8 +82,8 @@ def test_the_gradient_has_a_gradient():
         (dx,) = torch.autograd.grad(rotate(leaf, by).pow(3).sum(), leaf, create_graph=True)
         return torch.autograd.grad(dx.square().sum(), leaf)
 
-    plain, found = both(compute)
-    torch.testing.assert_close(found, plain)
+    plain, fused = both(compute)
+    torch.testing.assert_close(fused, plain)
 
 
 @pytest.mark.parametrize("fields", [{"num_kv_heads": 2}, LATENT], ids=["grouped", "latent"])

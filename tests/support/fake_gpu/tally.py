@@ -140,8 +140,6 @@ class Tally(TorchDispatchMode):
             return
         if not on_device or name in FREE or func.is_view or func.namespace == "prim":
             return
-        if name == "copy_" and args[0] is args[1]:
-            return  # torch does nothing
         if name in COPIES and self._copied(name, func, args, kwargs, out):
             return
         if name in WAITING and kwargs.get("output_size") is None:
