@@ -423,3 +423,10 @@ def test_a_product_of_nothing_is_zeros():
     a, b = quantize_tiles(torch.empty(3, 0)), quantize_tiles(torch.empty(2, 0))
     for product in (scaled_product, scaled_product_cuda):
         assert torch.equal(product(a, b, 2, torch.float32), torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("exponent", [-100, -3, 0, 7, 119])
+def test_the_scale_of_a_row_is_the_least_power_of_two_that_holds_its_largest_number(exponent):
+    largest = torch.tensor(448 * 2.0**exponent)
+    rows = torch.stack([largest, torch.nextafter(largest, torch.tensor(torch.inf))]).view(2, 1)
+    assert Float8Rows().pack(rows)[:, -1].tolist() == [127 + exponent, 128 + exponent]

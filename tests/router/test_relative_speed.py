@@ -258,3 +258,17 @@ def test_groups_in_arrays_find_what_a_loop_over_ranks_finds(
         assert list(arrays.shifts) == shifts
         ranks = [(r.level, r.steps, r.recent) for group in plain for r in group.ranks]
         assert [tuple(rank) for rank in arrays.ranks] == ranks
+
+
+def test_a_change_in_one_group_makes_no_companion_in_another():
+    """Within the group, a change that is less certain is taken together with a certain one."""
+    draw, test = random.Random(3), SpeedTest(warmup_steps=0, min_change=0.02)
+    arrays = RelativeSpeeds.start(16, groups=2)
+    for step in range(60):
+        # Ranks 1 and 9 change a little, and rank 0 very much.
+        slow = {0: 2.0, 1: 1.04, 9: 1.04} if step >= 50 else {}
+        seconds = [draw.gauss(1.0, 0.015) * slow.get(rank, 1.0) for rank in range(16)]
+        arrays = arrays.after([1.0] * 16, seconds, test)
+        if arrays.shifts:
+            break
+    assert {shift.rank for shift in arrays.shifts} == {0, 1}

@@ -14,7 +14,7 @@ from parallel import Topology
 from pretrain.parts.step import Report, Reports
 from pretrain.parts.stragglers.config import StragglersConfig
 from pretrain.parts.stragglers.rule import Stragglers
-from pretrain.train.barrier import decide
+from pretrain.train.barrier import decide, sum_in_order
 
 SIZES = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 COUNTS = st.integers(0, 1 << 40).map(float)
@@ -60,6 +60,12 @@ def test_a_decision_is_that_of_a_loop_over_ranks(reports, planned):
     assert decision.regroup == (most("regroup_wanted") > 0)
     assert decision.step_seconds == most("step_seconds")
     assert decision.data_wait_seconds == most("data_wait_seconds")
+
+
+def test_sums_over_many_ranks_have_the_bits_of_one_addition_after_another():
+    losses = np.random.default_rng(0).normal(size=1000)
+    assert losses.sum() != reduce(add, losses.tolist()), "numpy's own sum has others"
+    assert bits(sum_in_order(losses)) == bits(reduce(add, losses.tolist()))
 
 
 @given(st.lists(REPORTS.filter(lambda r: not math.isnan(r.loss_sum + r.grad_square_sum)),
